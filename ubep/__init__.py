@@ -1,0 +1,27 @@
+"""Expert-parallel dispatch and combine on any hardware that can write into a peer's memory."""
+
+from ubep.communicator import Communicator
+from ubep.config import Config, resolve
+from ubep.errors import UbepError
+from ubep.expert_parallel import ExpertParallel
+from ubep.handle import Handle, Received
+from ubep.launch import launch
+from ubep.topology import Topology
+from ubep.workload import ExpertMap, Workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "Config",
+    "ExpertMap",
+    "ExpertParallel",
+    "Handle",
+    "Received",
+    "Topology",
+    "UbepError",
+    "Workload",
+    "__version__",
+    "launch",
+    "resolve",
+]
