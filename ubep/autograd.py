@@ -38,7 +38,9 @@ def dispatch(
     if layer.plan.workload.quantise != "none":
         raise UnsupportedError("quantise", "gradients need a layer with quantise='none'")
     box: list[Received] = []
-    rows, weights = _Dispatch.apply(x, topk_weights, layer, (topk_idx, handle, num_valid, lane), box)
+    rows, weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
+        x, topk_weights, layer, (topk_idx, handle, num_valid, lane), box
+    )
     (received,) = box
     received.handle.weights = weights
     return Received(rows, None, weights, received.handle)
@@ -46,7 +48,7 @@ def dispatch(
 
 def combine(layer: ExpertParallel, y: Tensor, handle: Handle) -> Tensor:
     """Combine whose output carries gradients to y and to the weights of the dispatch."""
-    out: Tensor = _Combine.apply(y, handle.weights, layer, handle)
+    out: Tensor = _Combine.apply(y, handle.weights, layer, handle)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -78,14 +80,14 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, weights: Tensor | None, layer: Any, handle: Handle) -> Tensor:
         op = layer.block(layer.combine_steps(y, handle, handle.lane))
         ctx.layer, ctx.handle = layer, handle
-        ctx.save_for_backward(y, weights)
+        ctx.save_for_backward(y)
         out: Tensor = op.out
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         layer, handle = ctx.layer, ctx.handle
-        y, weights = ctx.saved_tensors
+        (y,) = ctx.saved_tensors
         sent_back = layer.block(
             layer.dispatch_steps(grad_out.contiguous(), None, None, handle, None, False, handle.lane)
         )

@@ -161,7 +161,7 @@ class Fabric(abc.ABC):
         return None
 
     def pick(self, workers: int) -> int:
-        """Which of this rank's runnable workers the driver steps next; a scheduler may choose at will."""
+        """Which of this rank's workers the driver tries first; a scheduler may choose at will."""
         return 0
 
     @abc.abstractmethod
@@ -206,5 +206,5 @@ class Backend(abc.ABC):
     def launch(
         self, fn: Callable[[Bootstrap], Any], world_size: int, options: Mapping[str, Any]
     ) -> Sequence[Any] | None:
-        """Run fn on every rank where ranks are not processes, and return the results; None: use processes."""
+        """Run fn, which never raises, on every rank of a world without processes; None: use processes."""
         return None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ubep import registry
@@ -61,7 +62,7 @@ class Communicator:
         hidden: int,
         topk: int,
         max_tokens: int,
-        dtype: Any = "bfloat16",
+        dtype: torch.dtype | str = "bfloat16",
         experts: ExpertMap | None = None,
         **semantics: Any,
     ) -> ExpertParallel:
@@ -91,7 +92,11 @@ class Communicator:
         return layer
 
     def _agree(
-        self, sizes: dict[str, int], dtype: Any, experts: ExpertMap | None, semantics: dict[str, Any]
+        self,
+        sizes: dict[str, Any],
+        dtype: torch.dtype | str,
+        experts: ExpertMap | None,
+        semantics: dict[str, Any],
     ) -> tuple[Backend, Plan]:
         """Backend and plan, the same on all ranks, or the same error on all ranks."""
         workload, error = None, None

@@ -12,7 +12,7 @@ import torch
 from ubep.backend import Fabric, Window
 from ubep.errors import DeadlineError, DeadlockError, PeerFailureError, UbepError
 from ubep.protocol import actions as act
-from ubep.protocol.flags import pack_word, unpack_word
+from ubep.protocol.flags import clears_other_parity, pack_word, unpack_word
 from ubep.protocol.operation import Operation
 from ubep.protocol.streams import worker_streams
 from ubep.trace import Tracer
@@ -59,23 +59,34 @@ class Driver:
 
     def steps(self) -> Iterator[Blocked | None]:
         """Advance the workers action by action; yields None after each, Blocked when none can go on."""
+        if clears_other_parity(self.op.epoch):
+            self._clear(1 - self.op.parity)
         streams = worker_streams(self.op)
         waiting: list[tuple[int, act.Action]] = [
             (worker, next(stream)) for worker, stream in enumerate(streams)
         ]
         while waiting:
-            runnable = [index for index, (_, action) in enumerate(waiting) if self._ready(action)]
-            if not runnable:
+            first = self.fabric.pick(len(waiting)) if len(waiting) > 1 else 0
+            for index in (*range(first, len(waiting)), *range(first)):
+                if self._ready(waiting[index][1]):
+                    break
+            else:
                 yield Blocked(self, next(a for _, a in waiting if isinstance(a, act.Wait)))
                 continue
-            index = runnable[self.fabric.pick(len(runnable)) if len(runnable) > 1 else 0]
             worker, action = waiting.pop(index)
-            result = self._timed(worker, action)
+            result = (
+                self._perform[type(action)](action) if self.tracer is None else self._timed(worker, action)
+            )
             try:
                 waiting.append((worker, streams[worker].send(result)))
             except StopIteration:
                 continue
             yield None
+
+    def _clear(self, parity: int) -> None:
+        layout = self.op.plan.layout
+        self.window.local[layout.flags(parity)] = 0
+        self.op.plan.codec.forget(self.window.local[layout.data(parity)])
 
     def block(self, wait: act.Wait, deadline: float, timeout_s: float) -> None:
         """Wait a while in the fabric. Raises PeerFailureError, or DeadlineError after the deadline."""
@@ -112,8 +123,7 @@ class Driver:
     # ---- actions
 
     def _timed(self, worker: int, action: act.Action) -> Any:
-        if self.tracer is None:
-            return self._perform[type(action)](action)
+        assert self.tracer is not None
         begin = time.perf_counter()
         result = self._perform[type(action)](action)
         self.tracer.record(self.op, worker, action, begin, time.perf_counter())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from ubep.errors import ClosedError, InvalidInputError, StaleHandleError, UbepEr
 from ubep.handle import Handle, Received, row_weights
 from ubep.protocol.combine import Combine
 from ubep.protocol.dispatch import Dispatch
-from ubep.protocol.flags import FIRST_EPOCH, next_epoch
+from ubep.protocol.flags import FIRST_EPOCH, PARITIES, next_epoch
 from ubep.protocol.header import dispatch_tag
 from ubep.protocol.operation import Operation
 from ubep.protocol.plan import Plan, RankPlan
 from ubep.protocol.routing import SentRecords, route
 from ubep.trace import Tracer
 
+T = TypeVar("T")
 _generations = itertools.count(1)
 
 
@@ -55,8 +56,8 @@ class ExpertParallel:
 
     def _window(self) -> Window:
         window = self._fabric.allocate(self.plan.layout.nbytes)
-        for begin, end in self.plan.layout.data_ranges():
-            self.plan.codec.fill(window.local[begin:end])
+        for parity in range(PARITIES):
+            self.plan.codec.fill(window.local[self.plan.layout.data(parity)])
         return window
 
     @property
@@ -283,7 +284,7 @@ class ExpertParallel:
     def _stale(self, handle: Handle, lane: int) -> UbepError | None:
         if handle.generation != self.generation:
             return StaleHandleError(
-                f"this handle belongs to layer generation {handle.generation}, this layer is {self.generation}"
+                f"this handle belongs to layer {handle.generation}, it was used on layer {self.generation}"
             )
         if handle.lane != lane:
             return StaleHandleError(f"this handle belongs to lane {handle.lane}, it was used on lane {lane}")
@@ -293,7 +294,7 @@ class ExpertParallel:
 
     # ---- life
 
-    def block(self, steps: Generator[Blocked | None, None, Any]) -> Any:
+    def block(self, steps: Generator[Blocked | None, None, T]) -> T:
         """Run one of the step generators to its end and return its result."""
         timeout_s, self._next_timeout_s = self._next_timeout_s, self._timeout_s
         return run(steps, timeout_s)

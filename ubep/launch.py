@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +22,7 @@ from ubep import registry
 from ubep.backend import Bootstrap
 from ubep.communicator import Communicator
 from ubep.config import Config, resolve
-from ubep.errors import LaunchError
+from ubep.errors import LaunchError, UbepError
 
 GRACE_SECONDS = 5.0  # for the other ranks to fail by themselves, and say why, after the first has
 
@@ -39,18 +40,18 @@ def launch(
     comm is an open Communicator, closed afterwards. Ranks are processes with a torch.distributed (gloo)
     default group over loopback; results come back pickled. A backend that runs ranks in another way
     (the reference backend's virtual ranks) does so where the configuration names it.
-    Raises LaunchError with the traceback of the first rank that failed, or after timeout_s.
+    Raises LaunchError, which tells for every rank that failed why, or after timeout_s.
     """
     config = config or resolve().config
     for entry in registry.discover() if config.backend != "auto" else ():
         if entry.name == config.backend and entry.backend is not None:
             options = config.options.get(entry.name, {})
-            results = entry.backend.launch(lambda boot: _call(fn, args, config, boot), world_size, options)
-            if results is not None:
-                return list(results)
+            outcomes = entry.backend.launch(lambda boot: _call(fn, args, config, boot), world_size, options)
+            if outcomes is not None:
+                return _results(dict(enumerate(outcomes)))
     # A process that has touched an accelerator must not be forked.
-    method = "spawn" if torch.cuda.is_initialized() else "fork"
-    context = multiprocessing.get_context(method)
+    touched = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    context: Any = multiprocessing.get_context("spawn" if touched else "fork")
     with tempfile.TemporaryDirectory(prefix="ubep-") as folder:
         ranks: dict[Connection, tuple[int, BaseProcess]] = {}
         for rank in range(world_size):
@@ -72,9 +73,36 @@ def launch(
                 process.join()
 
 
-def _call(fn: Callable[..., Any], args: Sequence[Any], config: Config, bootstrap: Bootstrap | None) -> Any:
-    with Communicator(config=config, bootstrap=bootstrap) as comm:
-        return fn(comm, *args)
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank came to: a value, or why it failed."""
+
+    value: Any = None
+    failure: str | None = None
+
+
+def _call(
+    fn: Callable[..., Any], args: Sequence[Any], config: Config, bootstrap: Bootstrap | None
+) -> Outcome:
+    try:
+        with Communicator(config=config, bootstrap=bootstrap) as comm:
+            return Outcome(fn(comm, *args))
+    except UbepError as error:
+        return Outcome(failure=f"{type(error).__name__}: {error}")
+    except BaseException:  # whatever it was, the caller of launch learns of it
+        return Outcome(failure=traceback.format_exc())
+
+
+def _results(outcomes: dict[int, Outcome]) -> list[Any]:
+    """Values by rank. Raises LaunchError, which tells ranks that failed alike only once."""
+    ranks_by_failure: dict[str, list[int]] = {}
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome.failure is not None:
+            ranks_by_failure.setdefault(outcome.failure, []).append(rank)
+    if ranks_by_failure:
+        lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_failure.items()]
+        raise LaunchError("\n".join(lines))
+    return [outcome.value for _, outcome in sorted(outcomes.items())]
 
 
 def _rank_main(
@@ -86,45 +114,30 @@ def _rank_main(
     world_size: int,
     store: Path,
 ) -> None:
-    try:
-        torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size
-        )
-        answer = (True, _call(fn, args, config, None))
-        dist.destroy_process_group()
-    except BaseException:  # whatever it was, the parent reports it
-        answer = (False, traceback.format_exc())
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=world_size)
+    outcome = _call(fn, args, config, None)
     # Plain pickle: multiprocessing's own would pass tensors through shared memory that outlives ranks.
-    sender.send_bytes(pickle.dumps(answer))
+    sender.send_bytes(pickle.dumps(outcome))
     sender.close()
 
 
 def _collect(ranks: dict[Connection, tuple[int, BaseProcess]], timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: list[str] = []
+    outcomes: dict[int, Outcome] = {}
     pending = dict(ranks)
     deadline = time.monotonic() + timeout_s
-    while pending:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            waiting = sorted(rank for rank, _ in pending.values())
-            failures.append(f"ranks {waiting} were still running")
-            break
+    while pending and (left := deadline - time.monotonic()) > 0:
         for receiver in wait(list(pending), left):
             assert isinstance(receiver, Connection)
             rank, process = pending.pop(receiver)
             try:
-                ok, value = pickle.loads(receiver.recv_bytes())
+                outcomes[rank] = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 process.join(GRACE_SECONDS)
-                ok, value = False, f"the process ended with exit code {process.exitcode} and no result"
-            if ok:
-                results[rank] = value
-            else:
-                failures.append(f"rank {rank}:\n{value}")
+                outcomes[rank] = Outcome(failure=f"ended with exit code {process.exitcode} and no result")
+            if outcomes[rank].failure is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    if failures:
-        raise LaunchError("\n".join(failures))
-    return [results[rank] for rank in sorted(results)]
+    for rank, _ in pending.values():
+        outcomes[rank] = Outcome(failure="was still running")
+    return _results(outcomes)

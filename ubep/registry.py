@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 from stevedore import ExtensionManager
 
@@ -27,15 +28,15 @@ class Entry:
 
 def discover() -> list[Entry]:
     """All installed backends, best first. One that is broken gives an entry that says why; never raises."""
-    listing = ExtensionManager.make_test_instance([], namespace=NAMESPACE)
+    listing: ExtensionManager[Backend] = ExtensionManager.make_test_instance([], namespace=NAMESPACE)
     entries = [_load(point) for point in listing.list_entry_points()]
     return sorted(entries, key=lambda e: (-(e.backend.rank_preference if e.backend else -1), e.name))
 
 
-def _load(point: object) -> Entry:
-    name: str = point.name  # type: ignore[attr-defined]
+def _load(point: EntryPoint) -> Entry:
+    name = point.name
     try:
-        cls = point.load()  # type: ignore[attr-defined]
+        cls = point.load()
     except (Exception, SystemExit) as error:  # whatever a plugin does at import concerns that plugin alone
         return Entry(name, None, Probe(False, f"failed to import: {type(error).__name__}: {error}"))
     return check_class(name, cls)

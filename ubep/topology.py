@@ -49,7 +49,7 @@ class Topology:
 
     @classmethod
     def regular(cls, shape: Mapping[str, int]) -> Topology:
-        """Equal groups; `shape` maps tier name to its fan-out, near to far: {"die": 2, "node": 8, "pod": 48}."""
+        """Equal groups; `shape` maps tiers to their fan-out, near to far: {"die": 2, "node": 8, "pod": 48}."""
         sizes = list(shape.values())
         coords = []
         for rank in range(math.prod(sizes)):
@@ -70,7 +70,7 @@ class Topology:
 
     @classmethod
     def from_config(cls, table: Mapping[str, Any], world_size: int) -> Topology:
-        """From a `[topology]` table with `shape` or `groups` (and `outermost`); checked against world_size."""
+        """From a `[topology]` table with `shape`, or `groups` and `outermost`; checked against world_size."""
         if "shape" in table:
             topology = cls.regular(table["shape"])
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Tracer:
         )
 
 
-def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:
+def write_trace(path: Path, events: Sequence[TraceEvent]) -> None:
     """Chrome trace-event JSON: a process for each rank, a thread for each worker; microseconds."""
     rows = [
         {
@@ -67,6 +67,6 @@ def write_trace(path: Path, events: Iterable[TraceEvent]) -> None:
     ]
     names = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted({row["pid"] for row in rows})
+        for rank in sorted({event.rank for event in events})
     ]
     path.write_text(json.dumps({"traceEvents": names + rows, "displayTimeUnit": "ns"}))

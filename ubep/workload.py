@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -52,7 +53,7 @@ class ExpertMap:
     def contiguous(cls, num_experts: int, world_size: int) -> ExpertMap:
         """Contiguous blocks; when experts don't divide by ranks, the first ranks hold one more."""
         edges = [rank * num_experts // world_size for rank in range(world_size + 1)]
-        sizes = sorted((hi - lo for lo, hi in zip(edges, edges[1:], strict=False)), reverse=True)
+        sizes = sorted((hi - lo for lo, hi in pairwise(edges)), reverse=True)
         return cls(tuple(rank for rank, size in enumerate(sizes) for _ in range(size)))
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
 from ubep.backend import (
     Backend,
     BackendUnavailableError,

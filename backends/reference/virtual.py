@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from ubep_backends.reference.world import MemoryModel, Program, World
+
 from ubep.backend import (
     Backend,
     BackendUnavailableError,
@@ -18,8 +20,6 @@ from ubep.backend import (
     Probe,
     Window,
 )
-
-from ubep_backends.reference.world import MemoryModel, Program, World
 
 T = TypeVar("T")
 ATOMIC_BLOCK = 512
@@ -181,8 +181,4 @@ class VirtualBackend(Backend):
             world.wake()
             return any(woken)
 
-        results = world.run([baton.program() for baton in batons], on_deadlock=give_up)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        return world.run([baton.program() for baton in batons], on_deadlock=give_up)

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from ubep.backend import DeadlockError
+
+BURST = 4  # most actions of a rank, or arrivals, between two decisions of the scheduler
 
 Program = Generator[Any, None, Any]
 
@@ -148,32 +151,38 @@ class World:
             for rank in self._changed:
                 blocked.pop(rank, None)
             self._changed.clear()
-            runnable = [rank for rank in alive if rank not in blocked and not self._held(rank)]
+            runnable = [rank for rank in alive if rank not in blocked]
+            if self.stalled or self.killed:
+                runnable = [rank for rank in runnable if not self._held(rank)]
             if self._flying and (not runnable or self.rng.random() < self._eagerness):
-                self._deliver()
+                for _ in range(self.rng.randint(1, BURST)):
+                    if self._flying:
+                        self._deliver()
             elif runnable:
                 rank = self.rng.choices(runnable, [self._speed[r] for r in runnable])[0]
                 try:
-                    state = next(alive[rank])
-                    if state is not None:
-                        blocked[rank] = state
+                    for _ in range(self.rng.randint(1, BURST)):
+                        state = next(alive[rank])
+                        if state is not None:
+                            blocked[rank] = state
+                            break
                 except StopIteration as stop:
                     results[rank] = stop.value
                     del alive[rank]
                 except Exception as error:  # the caller wants every rank's outcome
                     results[rank] = error
                     del alive[rank]
-            elif any(self._held(rank) and rank not in self._dead() for rank in alive):
+            elif any(self._held(rank) and not self._dead(rank) for rank in alive):
                 continue
             elif on_deadlock is None or not on_deadlock():
                 raise DeadlockError(self._stuck(alive, blocked))
         return results
 
     def _held(self, rank: int) -> bool:
-        return self.steps < self.stalled.get(rank, 0) or rank in self._dead()
+        return self.steps < self.stalled.get(rank, 0) or self._dead(rank)
 
-    def _dead(self) -> set[int]:
-        return {rank for rank, step in self.killed.items() if self.steps >= step}
+    def _dead(self, rank: int) -> bool:
+        return rank in self.killed and self.steps >= self.killed[rank]
 
     def wake(self) -> None:
         """Let every blocked rank look again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -111,8 +112,7 @@ class Dispatch(Operation):
         breaks = [0, *((rows.diff() != 1).nonzero().squeeze(1) + 1).tolist(), len(rows)]
         base = self.plan.layout.rows(self.parity)
         return [
-            (base + int(rows[a]) * self.wire_bytes, lo + a, lo + b)
-            for a, b in zip(breaks, breaks[1:], strict=False)
+            (base + int(rows[a]) * self.wire_bytes, lo + a, lo + b) for a, b in itertools.pairwise(breaks)
         ]
 
     def publish(self) -> list[tuple[int, Tensor]]:

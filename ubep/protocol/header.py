@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 OK, REFUSED = 0, 1
+HEADER_WORDS = 4  # status, records, base, tag
 COMBINE_TAG = 1 << 30
 
 
@@ -51,31 +52,27 @@ def describe_tag(tag: int) -> str:
 
 def encode(header: Header, nbytes: int) -> Tensor:
     """The header as one record, uint8 [1, nbytes]."""
-    record = torch.zeros(1, nbytes, dtype=torch.uint8)
-    words = record.view(torch.int32)
     if header.refusal is not None:
-        text = header.refusal.encode()[: nbytes - 4]
-        words[0, 0] = REFUSED
-        record[0, 4 : 4 + len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        return record
-    fields = [OK, header.records, header.base, header.tag, *header.bounds[1:-1]]
-    words[0, : len(fields)] = torch.tensor(fields, dtype=torch.int32)
+        text = header.refusal.encode()[: nbytes - 4].ljust(nbytes - 4, b"\0")
+        return torch.tensor([*REFUSED.to_bytes(4, "little"), *text], dtype=torch.uint8)[None]
+    words = [OK, header.records, header.base, header.tag, *header.bounds[1:-1]]
     if header.counts is not None:
-        words[0, len(fields) : len(fields) + len(header.counts)] = header.counts.to(torch.int32)
-    return record
+        words += header.counts.tolist()
+    words += [0] * (nbytes // 4 - len(words))
+    return torch.tensor(words, dtype=torch.int32).view(torch.uint8)[None]
 
 
 def decode(record: Tensor, slices: int, counts: int) -> Header:
     """The inverse, for `slices` sending workers and `counts` row counts."""
-    words = record.contiguous().view(torch.int32).view(-1)
+    words: list[int] = record.contiguous().view(torch.int32).view(-1).tolist()
     if words[0] == REFUSED:
         text = bytes(record.view(-1)[4:].tolist()).rstrip(b"\0").decode(errors="ignore")
         return Header(refusal=text)
-    _, records, base, tag, *inner = words[: 3 + slices].tolist()
+    _, records, base, tag, *inner = words[: HEADER_WORDS + slices - 1]
     return Header(
         records=records,
         base=base,
         tag=tag,
         bounds=[0, *inner, records],
-        counts=words[3 + slices : 3 + slices + counts].to(torch.int64),
+        counts=torch.tensor(words[HEADER_WORDS + slices - 1 :][:counts], dtype=torch.int64),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ubep.capabilities import Placement, Signalling
 from ubep.errors import PlanMismatchError
+from ubep.protocol.header import HEADER_WORDS
 from ubep.protocol.order import SendOrder, send_steps, transposed
 from ubep.protocol.records import RecordFormat, align, combine_format, dispatch_format, meta_words
 from ubep.protocol.signalling import Codec, make_codec
@@ -23,7 +24,6 @@ from ubep.topology import Topology
 from ubep.workload import ExpertMap, Workload
 
 PROTOCOL_VERSION = 1
-HEADER_FIELDS = 4  # status, records, base, tag; see protocol.header
 MIN_HEADER_BYTES = 256  # room for the reason of a refusal
 
 
@@ -136,7 +136,7 @@ class Plan:
             counts = self.world_size if self.per_rank else self.workload.num_experts
         else:
             counts = 1 if self.per_rank else max(map(len, self.local_experts))
-        words = HEADER_FIELDS + self.roles[1] - 1 + counts
+        words = HEADER_WORDS + self.roles[1] - 1 + counts
         return align(max(4 * words, MIN_HEADER_BYTES), 16)
 
     @property

@@ -166,7 +166,7 @@ def _chunks(
     max_records = workload.max_tokens * workload.topk // entries
     expected = max_records / topology.world_size
     record = max(dispatch_format(workload, entries).nbytes, combine_format(workload, entries).nbytes)
-    links = DEFAULT_LINKS | dict(capabilities.links)
+    links = {**DEFAULT_LINKS, **capabilities.links}
     best = {
         name: asked.get(name) or chunk_records(expected, record, max_records, links.get(name, UNKNOWN_LINK))
         for name in names

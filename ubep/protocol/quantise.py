@@ -29,7 +29,8 @@ def _grouped(rows: Tensor, kind: Quantisation) -> Tensor:
     """[n, hidden] as [n, scales, columns of one scale], zero-padded."""
     if kind == "int8":
         return rows[:, None, :]
-    return pad(rows, (0, -rows.shape[1] % FP8_GROUP)).unflatten(1, (-1, FP8_GROUP))
+    groups = num_scales(kind, rows.shape[1])
+    return pad(rows, (0, -rows.shape[1] % FP8_GROUP)).reshape(len(rows), groups, FP8_GROUP)
 
 
 def quantise(rows: Tensor, kind: Quantisation) -> tuple[Tensor, Tensor]:

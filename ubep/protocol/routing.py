@@ -125,7 +125,7 @@ def _place_in_run(keys: Tensor) -> Tensor:
 
 
 def _place_by_expert(topk_idx: Tensor, valid: Tensor) -> Tensor:
-    """For each valid (token, k) its place among the pairs of the same expert, in token order; int64 [T, K]."""
+    """For each valid (token, k) its place among the pairs of its expert, in token order; int64 [T, K]."""
     pairs = valid.flatten().nonzero().squeeze(1)
     expert, order = topk_idx.flatten()[pairs].sort(stable=True)
     position = torch.zeros(topk_idx.numel(), dtype=torch.int64)

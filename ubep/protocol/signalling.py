@@ -37,6 +37,11 @@ def checksum(data: Tensor) -> int:
     return zlib.crc32((ctypes.c_char * data.numel()).from_address(data.data_ptr()))
 
 
+def _int32(epoch: int) -> int:
+    """An epoch as the signed 32-bit integer of the same bits."""
+    return epoch - ((epoch >> 31) << 32)
+
+
 class WordCodec:
     """Bare records followed by a flag word; also the base of the others."""
 
@@ -64,7 +69,10 @@ class WordCodec:
         return payload is not None and payload >= done
 
     def fill(self, wire: Tensor) -> None:
-        """Prepare window memory before its first use and after each use."""
+        """Prepare (zeroed) window memory before its first use, and after each use."""
+
+    def forget(self, data: Tensor) -> None:
+        """Remove epochs that lie in window memory, at a wrap; see flags.clears_other_parity."""
 
 
 class ChecksumCodec(WordCodec):
@@ -91,19 +99,25 @@ class FusedCodec(WordCodec):
         return -(-record_bytes // self.data) * self.block
 
     def encode(self, records: Tensor, epoch: int) -> Tensor:
-        blocks = pad(records, (0, -records.shape[1] % self.data)).unflatten(1, (-1, self.data))
-        word = torch.tensor(list(epoch.to_bytes(4, "little")), dtype=torch.uint8, device=records.device)
-        flags = word.repeat(self.flag // 4).expand(*blocks.shape[:2], self.flag)
-        return torch.cat((blocks, flags), 2).flatten(1)
+        padded = pad(records, (0, -records.shape[1] % self.data))
+        blocks = padded.reshape(len(records), padded.shape[1] // self.data, self.data)
+        shape = (*blocks.shape[:2], self.flag // 4)
+        flags = torch.full(shape, _int32(epoch), dtype=torch.int32, device=records.device)
+        return torch.cat((blocks, flags.view(torch.uint8)), 2).flatten(1)
 
     def decode(self, wire: Tensor, record_bytes: int) -> Tensor:
-        return wire.unflatten(1, (-1, self.block))[:, :, : self.data].flatten(1)[:, :record_bytes]
+        return self._blocks(wire)[:, :, : self.data].flatten(1)[:, :record_bytes]
 
     def arrived(self, wire: Tensor | None, epoch: int, payload: int | None, done: int) -> bool:
         assert wire is not None
-        words = wire.contiguous().view(torch.int32).unflatten(1, (-1, self.block // 4))
-        flags = words[:, :, self.data // 4]
-        return bool((flags == epoch - ((epoch >> 31) << 32)).all())
+        flags = self._blocks(wire).view(torch.int32)[:, :, self.data // 4]
+        return bool((flags == _int32(epoch)).all())
+
+    def forget(self, data: Tensor) -> None:
+        data.zero_()
+
+    def _blocks(self, wire: Tensor) -> Tensor:
+        return wire.reshape(len(wire), wire.shape[1] // self.block, self.block)
 
 
 class SentinelCodec(WordCodec):

@@ -46,7 +46,7 @@ def worker_streams(op: Operation) -> list[Stream]:
 
 def _worker(op: Operation, worker: int, heard: Event, done: list[Event]) -> Stream:
     plan = op.plan
-    counting, sending = plan.roles
+    counting, _ = plan.roles
     counts = worker < counting
     sender = worker if plan.workers == 1 else worker - counting
     staged = op.placement == "staged"

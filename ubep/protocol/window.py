@@ -14,6 +14,7 @@ All offsets are Python integers: nothing is truncated to 32 bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ubep.protocol.flags import PARITIES
 from ubep.protocol.records import align
@@ -38,27 +39,27 @@ class WindowLayout:
     def _pad(self, nbytes: int) -> int:
         return align(nbytes, max(PAGE, self.block))
 
-    @property
+    @cached_property
     def _flag_block(self) -> int:
         return align(FLAG_BYTES * self.flags_per_source, self.flag_stride)
 
-    @property
+    @cached_property
     def _headers(self) -> int:
         return self._pad(self.world_size * self._flag_block)
 
-    @property
+    @cached_property
     def _slots(self) -> int:
         return self._headers + self._pad(self.world_size * self.header_bytes)
 
-    @property
+    @cached_property
     def _rows(self) -> int:
-        return self._slots + self.world_size * self._pad(self.slot_bytes)
+        return self._slots + self.world_size * self._slot_stride
 
-    @property
+    @cached_property
     def _lists(self) -> int:
         return self._rows + self._pad(self.row_bytes)
 
-    @property
+    @cached_property
     def parity_bytes(self) -> int:
         return self._lists + self._pad(self.list_bytes)
 
@@ -74,9 +75,13 @@ class WindowLayout:
     def header(self, parity: int, source: int) -> int:
         return parity * self.parity_bytes + self._headers + source * self.header_bytes
 
+    @cached_property
+    def _slot_stride(self) -> int:
+        return self._pad(self.slot_bytes)
+
     def slot(self, parity: int, source: int) -> int:
         """Offset of a source's first record."""
-        return parity * self.parity_bytes + self._slots + source * self._pad(self.slot_bytes)
+        return parity * self.parity_bytes + self._slots + source * self._slot_stride
 
     def rows(self, parity: int) -> int:
         return parity * self.parity_bytes + self._rows
@@ -84,9 +89,10 @@ class WindowLayout:
     def lists(self, parity: int) -> int:
         return parity * self.parity_bytes + self._lists
 
-    def data_ranges(self) -> list[tuple[int, int]]:
-        """[begin, end) of everything but the flags, for both parities."""
-        return [
-            (parity * self.parity_bytes + self._headers, (parity + 1) * self.parity_bytes)
-            for parity in range(PARITIES)
-        ]
+    def flags(self, parity: int) -> slice:
+        """All flag words of a parity."""
+        return slice(parity * self.parity_bytes, parity * self.parity_bytes + self._headers)
+
+    def data(self, parity: int) -> slice:
+        """Everything of a parity but the flags."""
+        return slice(parity * self.parity_bytes + self._headers, (parity + 1) * self.parity_bytes)

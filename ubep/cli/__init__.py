@@ -1,0 +1,5 @@
+"""The `ubep` command."""
+
+from ubep.cli.main import app
+
+__all__ = ["app"]
