@@ -76,7 +76,7 @@ class Communicator:
         """
         if self._closed:
             raise ClosedError("this communicator is closed")
-        sizes = dict(num_experts=num_experts, hidden=hidden, topk=topk, max_tokens=max_tokens)
+        sizes = {"num_experts": num_experts, "hidden": hidden, "topk": topk, "max_tokens": max_tokens}
         backend, plan = self._agree(sizes, dtype, experts, semantics)
         if backend.name not in self._fabrics:
             options = self.config.options.get(backend.name, {})

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -121,6 +122,9 @@ def _rank_main(
     # Plain pickle: multiprocessing's own would pass tensors through shared memory that outlives ranks.
     sender.send_bytes(pickle.dumps(outcome))
     sender.close()
+    # A rank that ends takes its connections along, with what slower ranks have not read from them yet.
+    with suppress(RuntimeError):
+        dist.barrier()
 
 
 def _collect(ranks: dict[Connection, tuple[int, BaseProcess]], timeout_s: float) -> list[Any]:

@@ -55,7 +55,7 @@ class Job:
         """All tokens of a layer, [T, hidden] of the job's dtype."""
         generator = torch.Generator().manual_seed(self.seed + layer)
         shape = (len(self.routing.layers[layer].topk_idx), self.routing.hidden)
-        rows: Tensor = torch.randn(shape, generator=generator)
+        rows = torch.randn(shape, generator=generator)
         return rows.to(DTYPES[self.dtype])
 
 
@@ -70,7 +70,9 @@ class ExpertMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.float()
-        return ((silu(rows @ self.gate.T) * (rows @ self.up.T)) @ self.down.T).to(x.dtype)
+        inner = silu(rows @ self.gate.T) * (rows @ self.up.T)
+        out: Tensor = inner @ self.down.T
+        return out.to(x.dtype)
 
 
 @dataclass

@@ -55,7 +55,7 @@ def load(path: Path) -> Routing:
     try:
         with safe_open(path, "pt") as file:
             facts = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a mapping
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if (facts.get("format"), facts.get("version")) != (FORMAT, VERSION):

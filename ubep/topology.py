@@ -49,7 +49,7 @@ class Topology:
 
     @classmethod
     def regular(cls, shape: Mapping[str, int]) -> Topology:
-        """Equal groups; `shape` maps tiers to their fan-out, near to far: {"die": 2, "node": 8, "pod": 48}."""
+        """Equal groups; `shape` maps tiers to their fan-out, near to far: {"die": 2, "node": 8}."""
         sizes = list(shape.values())
         coords = []
         for rank in range(math.prod(sizes)):

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from ubep_backends.reference.world import MemoryModel, Program, World
 
 from ubep.backend import (
     Backend,
@@ -20,6 +19,7 @@ from ubep.backend import (
     Probe,
     Window,
 )
+from ubep_backends.reference.world import MemoryModel, Program, World
 
 T = TypeVar("T")
 ATOMIC_BLOCK = 512

@@ -76,9 +76,7 @@ def run(
     if json_file is not None:
         json_file.write_text(json.dumps(_as_json(job, reports, error, passed), indent=2))
     verdict = "[bold green]equal[/]" if passed else "[bold red]DIFFERENT[/]"
-    console.print(
-        f"Largest difference to the dense computation: {error:.2e} (tolerance {tolerance(job):.0e}): {verdict}"
-    )
+    console.print(f"Largest error against dense: {error:.2e} (tolerance {tolerance(job):.0e}): {verdict}")
     if not passed:
         raise typer.Exit(1)
 

@@ -82,7 +82,8 @@ class Dispatch(Operation):
         return (rows, None) if kind == "none" else quantise(rows, kind)
 
     def pack(self, peer: int, lo: int, hi: int) -> Tensor:
-        assert self.sent is not None and self._meta is not None
+        assert self.sent is not None
+        assert self._meta is not None
         records = slice(self.sent.start[peer] + lo, self.sent.start[peer] + hi)
         return self.record.join(*self._quantised(self.x[self.sent.token[records]]), self._meta[records])
 
