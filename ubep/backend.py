@@ -152,6 +152,10 @@ class Fabric(abc.ABC):
                 return None
             self.progress(left)
 
+    def delivered(self) -> bool:
+        """Asked at the end of an operation, until true: peers get this rank's writes without its help."""
+        return True
+
     def get(self, window: Window, peer: int, offset: int, nbytes: int) -> Tensor:
         """Read uint8 [nbytes] from the peer's window (capability `get`)."""
         raise UnsupportedError("get", f"{type(self).__name__} has no one-sided reads")

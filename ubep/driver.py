@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Blocked:
-    """A rank can only wait: for `wait`, in the operation that `driver` carries out."""
+    """A rank can only wait, in the operation that `driver` carries out: for `wait`, or for its end."""
 
     driver: Driver
-    wait: act.Wait
+    wait: act.Wait | None
 
 
 class Driver:
@@ -82,13 +82,15 @@ class Driver:
             except StopIteration:
                 continue
             yield None
+        while not self.fabric.delivered():
+            yield Blocked(self, None)
 
     def _clear(self, parity: int) -> None:
         layout = self.op.plan.layout
         self.window.local[layout.flags(parity)] = 0
         self.op.plan.codec.forget(self.window.local[layout.data(parity)])
 
-    def block(self, wait: act.Wait, deadline: float, timeout_s: float) -> None:
+    def block(self, wait: act.Wait | None, deadline: float, timeout_s: float) -> None:
         """Wait a while in the fabric. Raises PeerFailureError, or DeadlineError after the deadline."""
         for peer in range(self.op.plan.world_size):
             reason = self.fabric.failure(peer)
@@ -98,14 +100,14 @@ class Driver:
         if left <= 0:
             raise DeadlineError(f"no answer within {timeout_s:g} s: {self.describe(wait)}")
         try:
-            if wait.flag is not None and not self.op.plan.codec.reads_data:
+            if wait is not None and wait.flag is not None and not self.op.plan.codec.reads_data:
                 self.fabric.wait(self.window, wait.flag, self.op.epoch, wait.done, left)
             else:
                 self.fabric.progress(left)
         except DeadlockError as error:
             raise DeadlockError(f"{error}: {self.describe(wait)}") from None
 
-    def describe(self, wait: act.Wait) -> str:
+    def describe(self, wait: act.Wait | None) -> str:
         """Where this operation stands: phase, epoch, lane, and how far each missing peer got."""
         op = self.op
         missing = []
@@ -115,9 +117,10 @@ class Driver:
             elif op.placed[source] < (total := op.incoming(source)[-1]):
                 missing.append(f"rank {source}: {op.placed[source]} of {total} records")
         phase = "rows" if len(op.headers) == op.plan.world_size else "announcements"
+        what = "delivery to all ranks" if wait is None else f"{phase} of rank {wait.peer}"
         return (
-            f"rank {op.rank} in {op.name} waits for {phase} of rank {wait.peer} "
-            f"(epoch {op.epoch}, lane {op.lane}); missing: {'; '.join(missing)}"
+            f"rank {op.rank} in {op.name} waits for {what} (epoch {op.epoch}, lane {op.lane}); "
+            f"missing: {'; '.join(missing) or 'nothing'}"
         )
 
     # ---- actions

@@ -1,8 +1,8 @@
 """The fabric over an existing torch.distributed process group, whatever its engine.
 
 Such a group offers matched sends and receives only, so one-sided writes are queued, and every rank that
-can only wait takes part in a round: each pair exchanges what is queued for it. All ranks need the same
-number of rounds, since in every phase of the protocol each rank announces to, and hears, every other.
+can only wait takes part in a round: each pair exchanges what is queued for it. A rank at the end of an
+operation goes on taking part until a round in which all are at its end, so all leave it together.
 A round sends one message of fixed size to each peer, and a second one where that does not suffice.
 """
 
@@ -31,7 +31,7 @@ from ubep.backend import (
 )
 
 FIRST_BYTES = 4096  # of the message that every round sends to every peer
-HEAD_WORDS = 2  # round number, bytes queued
+HEAD_WORDS = 3  # round number, bytes queued, whether the sender is at the end of its operation
 ENTRY_WORDS = 3  # window, offset, bytes
 WORD = 8
 LATE_SECONDS = 0.001  # for peers whose message must have come while another's was waited for
@@ -52,6 +52,8 @@ class DistributedFabric(Fabric):
         self._queued: list[list[Tensor]] = [[] for _ in range(self.world_size)]
         self._failures: dict[int, str] = {}
         self._round = 0
+        self._at_end = False
+        self._all_at_end = self.world_size == 1
 
     def allocate(self, nbytes: int) -> Window:
         window = Window(torch.zeros(nbytes, dtype=torch.uint8), key=len(self._windows))
@@ -79,25 +81,32 @@ class DistributedFabric(Fabric):
         first = {peer: self._first(outgoing[peer]) for peer in self._peers()}
         heads = self._exchange(first, dict.fromkeys(self._peers(), FIRST_BYTES), end)
         fits = FIRST_BYTES - HEAD_WORDS * WORD
-        sizes, data = {}, {}
+        sizes, data, ends = {}, {}, int(self._at_end)
         for peer, message in heads.items():
-            number, size = message[: HEAD_WORDS * WORD].view(torch.int64).tolist()
+            number, size, at_end = message[: HEAD_WORDS * WORD].view(torch.int64).tolist()
             if number != self._round:
                 raise UbepError(f"rank {peer} is in round {number}, rank {self.rank} in round {self._round}")
             sizes[peer], data[peer] = size, message[HEAD_WORDS * WORD :]
+            ends += at_end
         rest = {p: outgoing[p][fits:] for p in self._peers() if outgoing[p].numel() > fits}
         more = self._exchange(rest, {p: size - fits for p, size in sizes.items() if size > fits}, end)
         for peer, size in sizes.items():
             if size > fits and peer not in more:
                 continue
             self._apply(torch.cat((data[peer], more[peer])) if size > fits else data[peer][:size])
+        self._all_at_end = ends == self.world_size
+
+    def delivered(self) -> bool:
+        self._at_end = not self._all_at_end
+        done, self._all_at_end = self._all_at_end, self.world_size == 1
+        return done
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def _first(self, queued: Tensor) -> Tensor:
         message = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
-        head = torch.tensor([self._round, queued.numel()]).view(torch.uint8)
+        head = torch.tensor([self._round, queued.numel(), self._at_end]).view(torch.uint8)
         start = queued[: FIRST_BYTES - len(head)]
         message[: len(head)] = head
         message[len(head) : len(head) + len(start)] = start
