@@ -27,6 +27,9 @@ class Blocked:
     driver: Driver
     wait: act.Wait | None
 
+    def __str__(self) -> str:
+        return self.driver.describe(self.wait)
+
 
 class Driver:
     """One operation of one rank on a fabric.

@@ -115,7 +115,7 @@ class Baton:
                 if self._error is not None:
                     raise self._error
                 return self._result
-            yield "a peer" if self._blocked else None
+            yield "a rank waits" if self._blocked else None
 
 
 class VirtualBootstrap(Bootstrap):

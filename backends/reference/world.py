@@ -140,7 +140,7 @@ class World:
     def run(self, programs: Sequence[Program], on_deadlock: Callable[[], bool] | None = None) -> list[Any]:
         """Step one generator for each rank to its end; returns their results, or the errors they raised.
 
-        A program yields None when it can go on, anything else when only a write to its memory helps.
+        A program yields None when it can go on, or what it waits for when only a write to it helps.
         on_deadlock: called when nothing can go on; true if it changed that. Raises DeadlockError.
         """
         results: list[Any] = [None] * len(programs)
@@ -175,7 +175,7 @@ class World:
             elif any(self._held(rank) and not self._dead(rank) for rank in alive):
                 continue
             elif on_deadlock is None or not on_deadlock():
-                raise DeadlockError(self._stuck(alive, blocked))
+                raise DeadlockError(self._stuck(alive, blocked, results))
         return results
 
     def _held(self, rank: int) -> bool:
@@ -188,11 +188,11 @@ class World:
         """Let every blocked rank look again."""
         self._changed.update(range(self.world_size))
 
-    def _stuck(self, alive: Mapping[int, Program], blocked: Mapping[int, Any]) -> str:
-        ranks = [f"rank {rank} waits for {_describe(blocked.get(rank))}" for rank in sorted(alive)]
+    def _stuck(self, alive: Mapping[int, Program], blocked: Mapping[int, Any], results: Sequence[Any]) -> str:
+        ranks = [
+            f"rank {rank} ended with {type(result).__name__}: {result}"
+            for rank, result in enumerate(results)
+            if isinstance(result, Exception)
+        ]
+        ranks += [f"{blocked.get(rank, f'rank {rank} is held')}" for rank in sorted(alive)]
         return f"deadlock after {self.steps} steps (seed {self.seed}): {'; '.join(ranks)}"
-
-
-def _describe(state: Any) -> str:
-    driver, wait = getattr(state, "driver", None), getattr(state, "wait", None)
-    return str(driver.describe(wait)) if driver is not None else str(state)
