@@ -1,7 +1,7 @@
 """Mistakes that an implementer of the protocol could make, each planted on purpose.
 
 A fault is a change to the code (through monkeypatch) or a transport that breaks its word, and the check
-of the suite that must notice it. `test_planted_faults` runs every check without and with its fault.
+of the suite that must notice it. `test_checks` runs every check as it is, `test_planted_faults` with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ubep.protocol import (
     streams,
     window,
 )
-from ubep.protocol.planner import PlanOptions
 from ubep_backends.reference.world import MemoryModel
 
 Patch = pytest.MonkeyPatch
@@ -306,45 +305,44 @@ def refusal_kept_private(patch: Patch) -> None:
     patch.setattr(streams, "_announce", silent)
 
 
-WORDS = {"options": replace(checks.BUSY.options, signalling="word")}
-FUSED = {
-    "options": replace(checks.BUSY.options, signalling="fused"),
-    "model": MemoryModel(atomic_block=32),
-    "hidden": 24,
+BUSY = checks.BUSY
+SURVEYS: dict[str, Callable[[], None]] = {
+    "word": _survey(options=replace(BUSY.options, signalling="word")),
+    "word, chunks that do not divide": _survey(options=replace(BUSY.options, chunk_records=3)),
+    "word, ranks without tokens": _survey(tokens=(4, 0, 2)),
+    "fused": _survey(
+        options=replace(BUSY.options, signalling="fused"), model=MemoryModel(atomic_block=32), hidden=24
+    ),
+    "sentinel": _survey(options=replace(BUSY.options, signalling="sentinel")),
+    # Rounds 0 and 1 write every word, in epochs 1 to 4. One wrap later round 2 is empty, and round 3
+    # comes in epoch 3 again: words of round 1 must not count.
+    "wrap": _survey(jump=(2, flags.EPOCHS - 1), rounds=4, tokens=(6,) * 6 + (0,) * 3 + (6,) * 3),
 }
-SENTINEL = {"options": replace(checks.BUSY.options, signalling="sentinel")}
-# Rounds 0 and 1 write every word, in epochs 1 to 4. One wrap later round 2 is empty, and round 3 comes
-# in epoch 3 again: words of round 1 must not count.
-WRAPPED = {"jump": (2, flags.EPOCHS - 1), "rounds": 4, "tokens": (6,) * 6 + (0,) * 3 + (6,) * 3}
 
 CORE = "the core property (survey of seeds)"
 FAULTS = [
-    Fault("missing fence", no_fence, _survey(**WORDS), CORE),
-    Fault("signals reordered on one word", reordered_signals, _survey(**WORDS), CORE),
-    Fault("fused mode without an atomic block", torn_blocks, _survey(**FUSED), CORE),
-    Fault("torn fused block accepted", torn_block_accepted, _survey(**FUSED), CORE),
-    Fault("flag before data", flag_before_data, _survey(**WORDS), CORE),
-    Fault("epoch not checked", epoch_ignored, _survey(**WORDS), CORE),
-    Fault("one parity instead of two", one_parity, _survey(**WORDS), CORE),
-    Fault(
-        "nothing cleared at the wrap", nothing_cleared_at_the_wrap, _survey(**WRAPPED), "the wrap property"
-    ),
-    Fault("sentinel not restored", sentinel_not_restored, _survey(**SENTINEL), CORE),
+    Fault("missing fence", no_fence, SURVEYS["word"], CORE),
+    Fault("signals reordered on one word", reordered_signals, SURVEYS["word"], CORE),
+    Fault("fused mode without an atomic block", torn_blocks, SURVEYS["fused"], CORE),
+    Fault("torn fused block accepted", torn_block_accepted, SURVEYS["fused"], CORE),
+    Fault("flag before data", flag_before_data, SURVEYS["word"], CORE),
+    Fault("epoch not checked", epoch_ignored, SURVEYS["word"], CORE),
+    Fault("one parity instead of two", one_parity, SURVEYS["word"], CORE),
+    Fault("nothing cleared at the wrap", nothing_cleared_at_the_wrap, SURVEYS["wrap"], "the wrap property"),
+    Fault("sentinel not restored", sentinel_not_restored, SURVEYS["sentinel"], CORE),
     Fault(
         "no flag for an empty peer",
         silent_when_empty,
-        _survey(tokens=(4, 0, 2)),
+        SURVEYS["word, ranks without tokens"],
         "deadlock in the core property",
     ),
-    Fault("wrong slot", wrong_slot, _survey(**WORDS), CORE),
-    Fault("count off by one", one_record_short, _survey(**WORDS), CORE),
-    Fault(
-        "last partial chunk lost", lost_tail, _survey(options=PlanOptions("staged", chunk_records=3)), CORE
-    ),
-    Fault("deadlock by ordered waits", ordered_waits, _survey(**WORDS), "deadlock in the core property"),
+    Fault("wrong slot", wrong_slot, SURVEYS["word"], CORE),
+    Fault("count off by one", one_record_short, SURVEYS["word"], CORE),
+    Fault("last partial chunk lost", lost_tail, SURVEYS["word, chunks that do not divide"], CORE),
+    Fault("deadlock by ordered waits", ordered_waits, SURVEYS["word"], "deadlock in the core property"),
     Fault("int32 offset", narrow_offsets, checks.offsets_are_64_bit, "offsets_are_64_bit"),
-    Fault("weights applied twice", weights_twice, _survey(**WORDS), CORE),
-    Fault("ids left global", global_ids, _survey(**WORDS), CORE),
+    Fault("weights applied twice", weights_twice, SURVEYS["word"], CORE),
+    Fault("ids left global", global_ids, SURVEYS["word"], CORE),
     Fault("sum rounded to the storage dtype", sum_in_storage_dtype, checks.sum_is_float32, "sum_is_float32"),
     Fault("sum in another order", summed_backwards, checks.sum_is_in_ascending_k, "sum_is_in_ascending_k"),
     Fault("gaps not zeroed", gaps_not_zeroed, checks.gaps_are_zero, "gaps_are_zero"),

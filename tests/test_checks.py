@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import checks
+from tests.faults import SURVEYS
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,8 @@ from tests import checks
 )
 def test_check(check) -> None:  # type: ignore[no-untyped-def]
     check()
+
+
+@pytest.mark.parametrize("name", SURVEYS)
+def test_core_property_under_many_schedules(name: str) -> None:
+    SURVEYS[name]()

@@ -26,6 +26,7 @@ PROVED = {
     "3 ranks, endless": "R=3 OPS=5 ENDLESS",
     "wrap to 0, every word written": "R=2 OPS=8 WRAP_TO_ZERO",
     "no rows, no flag: before the wrap": "R=2 OPS=5 CHECKED ROWS_FLAG_ON_DEMAND",
+    "no rows, no flag: cleared around the wrap": "R=2 OPS=9 CHECKED ROWS_FLAG_ON_DEMAND CLEAR_AT_WRAP",
 }
 
 REFUTED = {

@@ -9,8 +9,7 @@ from ubep.errors import UbepError
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_the_check_passes_and_the_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault.check()
+def test_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault.plant(monkeypatch)
     with pytest.raises((AssertionError, UbepError)):  # a wrong row, or ranks that stop or disagree
         fault.check()

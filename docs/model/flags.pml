@@ -6,6 +6,7 @@
  *   -DR=3      ranks (2)                       -DEMPTY    rows or none: free for each peer and operation
  *   -DOPS=9    operations, at most 9 (8)       -DCHECKED  counts first, rows after all counts; implies EMPTY
  *   -DMAX=5    last epoch, odd (5)             -DSELF     a rank sends to itself through the fabric, too
+ *   -DROWS_FLAG_ON_DEMAND -DCLEAR_AT_WRAP with CHECKED: what ubep does; the first without the second is a mutation
  *   -DENDLESS  operations never end; OPS - 1 is a multiple of MAX - 1, the period of the epochs
  *
  * Mutations: ONE_PARITY FLAG_BEFORE_DATA NO_EPOCH GREATER_EQUAL NO_FLAG_WHEN_EMPTY ROWS_FLAG_ON_DEMAND LATE_READ
@@ -188,6 +189,20 @@ inline choose_rows() {
     }
 }
 
+/* Before a rank announces the last epoch, and the first after the wrap, it forgets the words of the other parity. */
+inline clear_words() {
+#ifdef CLEAR_AT_WRAP
+    if
+    :: EPOCH(n) == MAX || EPOCH(n) == 2 ->
+        for (d : 0 .. R - 1) {
+            word[2 * PAIR(d, me) + 1 - PARITY(n)] = 0;
+            head[2 * PAIR(d, me) + 1 - PARITY(n)] = 0
+        }
+    :: else
+    fi
+#endif
+}
+
 inline send_rows() {
     for (d : 0 .. R - 1) {
         if
@@ -206,6 +221,7 @@ proctype Rank(byte me) {
     :: n <= OPS ->
         atomic {
             at[me] = n;
+            clear_words();
             choose_rows();
 #ifdef CHECKED
         }
