@@ -346,3 +346,17 @@ def many(comm: ubep.Communicator) -> float:
 
 def test_a_hundred_operations_of_changing_size(form: str) -> None:
     assert max(run_ranks(form, 2, many)) < 1e-5
+
+
+def large(comm: ubep.Communicator) -> bool:
+    layer = comm.expert_parallel(
+        **{**SIZES, "hidden": 2, "topk": 1, "max_tokens": 65536}, expert_capacity=131072
+    )
+    x = torch.arange(131072.0).view(65536, 2)
+    received = layer.dispatch(x, torch.zeros(65536, 1, dtype=torch.int64))
+    out = layer.combine(received.x + 1, received.handle)
+    return torch.equal(out, x + 1) and len(received.x) == (131072 if comm.rank == 0 else 0)
+
+
+def test_65536_tokens_of_every_rank_to_one_expert() -> None:
+    assert all(run_ranks("virtual", 2, large, chunk_records=50000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_the_regions_of_a_window_do_not_overlap(case: Case, source: int) -> None
         (layout.lists(0), layout.list_bytes),
         (layout.flag(1, 0, 0), 0),
     ]
-    for (begin, size), (following, _) in zip(marks, marks[1:], strict=False):
+    for (begin, size), (following, _) in itertools.pairwise(marks):
         assert begin + size <= following
     assert layout.flag(0, 1, 0) - layout.flag(0, 0, 0) >= layout.flag_stride
 

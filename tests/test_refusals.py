@@ -1,7 +1,8 @@
-"""Bad input: refused before any row moves, on every rank alike, with both values, and nothing is left behind."""
+"""Bad input: refused before any row moves, on every rank alike, with both values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ def one_bad_rank(comm: ubep.Communicator, name: str) -> tuple[tuple[str, str], f
 def test_bad_dispatch_on_one_rank_is_refused_on_all_and_the_layer_goes_on(form: str, name: str) -> None:
     for rank, ((kind, text), out) in enumerate(run_ranks(form, 3, one_bad_rank, name)):
         assert kind == ("InvalidInputError" if rank == 1 else "PeerRefusedError")
-        assert __import__("re").search(BAD[name][1], text), text
+        assert re.search(BAD[name][1], text), text
         assert rank == 1 or "rank 1" in text
         assert out == 1.0
 
@@ -136,6 +137,20 @@ def test_sizes_that_one_rank_gets_wrong_are_refused_on_all() -> None:
     results = run_ranks("virtual", 2, refused_sizes)
     assert results[1] == ("InvalidInputError", "hidden must be at least 1, got 0")
     assert results[0] == ("UbepError", "rank 1 refused: InvalidInputError: hidden must be at least 1, got 0")
+
+
+def too_large(comm: ubep.Communicator) -> tuple[str, str]:
+    size = 2**22 if comm.world_size == 2 else 1
+    return outcome(lambda: comm.expert_parallel(**{**SIZES, "max_tokens": size, "hidden": 2**16}))
+
+
+def test_a_window_that_does_not_fit_is_refused_with_needed_and_available_bytes() -> None:
+    for kind, text in run_ranks("reference", 2, too_large):
+        assert kind == "CapacityError"
+        # 2 ranks x 2^22 tokens x (2^16 float32 + 32 bytes of metadata) and more, in two parities.
+        needed, available = (int(word) for word in text.split() if word.isdigit())
+        assert needed > 2 * 2 * 2**22 * 2**18
+        assert 0 < available < needed
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -152,9 +151,6 @@ class Communicator:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __iter__(self) -> Iterator[ExpertParallel]:
-        return iter(self._layers)
 
 
 def _default_bootstrap(group: dist.ProcessGroup | None) -> Bootstrap:

@@ -8,6 +8,7 @@ A round sends one message of fixed size to each peer, and a second one where tha
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -22,6 +23,7 @@ from ubep.backend import (
     BackendUnavailableError,
     Bootstrap,
     Capabilities,
+    CapacityError,
     Fabric,
     Probe,
     ProcessGroupBootstrap,
@@ -56,6 +58,9 @@ class DistributedFabric(Fabric):
         self._all_at_end = self.world_size == 1
 
     def allocate(self, nbytes: int) -> Window:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if nbytes > available:
+            raise CapacityError(f"a window needs {nbytes} bytes, {available} bytes of memory are available")
         window = Window(torch.zeros(nbytes, dtype=torch.uint8), key=len(self._windows))
         self._windows.append(window)
         return window

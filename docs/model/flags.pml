@@ -200,6 +200,8 @@ inline clear_words() {
         }
     :: else
     fi
+#else
+    skip
 #endif
 }
 

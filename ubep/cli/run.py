@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,6 +44,7 @@ def run(
     Examples:  ubep run   |   ubep run --ranks 8 --dtype bfloat16 --quantise fp8 --json run.json
     """
     console = Console()
+    torch.set_num_threads(1)  # ranks and the dense check share the cores of one machine
     recorded = routing_file.load(routing or routing_file.DEFAULT)
     config = resolve({"backend": backend} if backend else {}).config
     job = Job(recorded, ranks, dtype, quantise)
