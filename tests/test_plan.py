@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -122,11 +121,3 @@ def test_local_indices_follow_an_explicit_map() -> None:
     experts = ExpertMap((1, 0, 1, 1))
     assert experts.local_index.tolist() == [0, 0, 1, 2]
     assert experts.experts_of(1) == [0, 2, 3]
-
-
-def shown(plan: Plan) -> dict[str, Any]:
-    return plan.as_dict()
-
-
-def test_a_plan_is_plain_data() -> None:
-    assert shown(make_plan(WORKLOAD, Topology.flat(2)))["workload"]["hidden"] == 256

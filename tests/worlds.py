@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -165,6 +165,3 @@ def as_code(case: Case) -> str:
             f"check(Case({arguments}))",
         ]
     )
-
-
-__all__ = ["Case", "as_code", "build", "check", "expected", "program", "replace", "run_case"]

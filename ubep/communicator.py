@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Communicator:
         with ubep.Communicator(process_group) as comm:
             ep = comm.expert_parallel(num_experts=256, hidden=7168, topk=8, max_tokens=128)
 
-    process_group: default: torch.distributed's default group; without one, a world of a single rank.
+    process_group: default: torch.distributed's default group, made from torchrun's environment if need
+        be; without either, a world of a single rank.
     config: default: `ubep.resolve().config`. It must be the same on every rank.
     Constructing layers is collective; closing is not, and may happen in any order, any number of times.
     """
@@ -156,6 +158,8 @@ class Communicator:
 def _default_bootstrap(group: dist.ProcessGroup | None) -> Bootstrap:
     if group is not None:
         return ProcessGroupBootstrap(group)
+    if "TORCHELASTIC_RUN_ID" in os.environ and not dist.is_initialized():
+        dist.init_process_group("gloo")
     if dist.is_available() and dist.is_initialized():
         default = dist.group.WORLD
         assert default is not None

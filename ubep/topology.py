@@ -69,13 +69,13 @@ class Topology:
         return cls((*groups, outermost), tuple(zip(*groups.values(), strict=True)))
 
     @classmethod
-    def from_config(cls, table: Mapping[str, Any], world_size: int) -> Topology:
-        """From a `[topology]` table with `shape`, or `groups` and `outermost`; checked against world_size."""
+    def from_config(cls, table: Mapping[str, Any], world_size: int | None = None) -> Topology:
+        """From a `[topology]` table with `shape`, or `groups` and `outermost`; for so many ranks if given."""
         if "shape" in table:
             topology = cls.regular(table["shape"])
         else:
             topology = cls.from_groups(table["groups"], table.get("outermost", "pod"))
-        if topology.world_size != world_size:
+        if world_size not in (None, topology.world_size):
             raise ConfigError(f"topology describes {topology.world_size} ranks, world size is {world_size}")
         return topology
 

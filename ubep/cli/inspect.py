@@ -91,9 +91,7 @@ def _topology(settings: Config, ranks: int, shape: str | None) -> Topology:
         except ValueError:
             raise typer.BadParameter(f"{shape!r} is not like 'node=4,pod=2'", param_hint="--shape") from None
     if settings.topology is not None:
-        table = settings.topology.model_dump(exclude_none=True)
-        groups = Topology.regular(table["shape"]) if "shape" in table else None
-        return groups or Topology.from_groups(table["groups"], table["outermost"])
+        return Topology.from_config(settings.topology.model_dump(exclude_none=True))
     return Topology.flat(ranks)
 
 
