@@ -49,6 +49,7 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         "topk": draw(st.integers(1, 3)),
         "max_tokens": max_tokens,
         "tokens": tuple(draw(st.lists(st.integers(0, max_tokens), min_size=1, max_size=4))),
+        "rounds": draw(st.integers(1, 2)),
         "routing": draw(st.binary(min_size=1, max_size=12)),
         "groups": draw(st.sampled_from((None, (0, 0, 1), (0, 1)))),
         "options": options,

@@ -160,6 +160,7 @@ def as_code(case: Case) -> str:
     return "\n".join(
         [
             "from tests.worlds import Case, check",
+            "from ubep.capabilities import Capabilities",
             "from ubep.protocol.planner import PlanOptions",
             "from ubep_backends.reference.world import MemoryModel",
             f"check(Case({arguments}))",

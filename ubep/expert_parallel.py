@@ -144,7 +144,7 @@ class ExpertParallel:
         yield from self._carry_out(op, state)
         assert sent is not None
         result = Handle(self.generation, lane, op.epoch, self.plan, self.rank, sent, op.received)
-        return Received(op.rows, op.scales, row_weights(self.plan, op.received), result)
+        return Received(op.rows, op.scales, row_weights(self.plan, op.received).to(x.device), result)
 
     def combine_steps(
         self,

@@ -66,6 +66,7 @@ class DistributedFabric(Fabric):
         return window
 
     def put(self, window: Window, peer: int, offset: int, data: Tensor) -> None:
+        data = data.cpu()
         if peer == self.rank:
             window.local[offset : offset + data.numel()] = data
             return

@@ -148,9 +148,10 @@ class World:
         blocked: dict[int, Any] = {}
         while alive:
             self.steps += 1
-            for rank in self._changed:
-                blocked.pop(rank, None)
-            self._changed.clear()
+            if self._changed:
+                for rank in self._changed:
+                    blocked.pop(rank, None)
+                self._changed.clear()
             runnable = [rank for rank in alive if rank not in blocked]
             if self.stalled or self.killed:
                 runnable = [rank for rank in runnable if not self._held(rank)]

@@ -102,7 +102,7 @@ class Combine(Operation):
             return
         sent = self.sent
         where = slice(sent.start[source] + lo, sent.start[source] + hi)
-        rows = self.record.rows(records, self._inputs.dtype)
+        rows = self.record.rows(records, self._inputs.dtype).to(self._inputs.device)
         self._inputs.index_copy_(0, sent.slot[where].to(rows.device), rows)
         if self.row_weights is not None:
             aux = self.record.meta(records, torch.float32)

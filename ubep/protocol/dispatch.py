@@ -216,6 +216,7 @@ class Dispatch(Operation):
 
     def _store(self, records: Tensor, row: Tensor) -> None:
         kind = self.plan.workload.quantise
+        records = records.to(self.rows.device)
         data = self.record.rows(records, self.rows.dtype if kind == "none" else QUANTISED_DTYPE[kind])
         scales = self.record.scale(records) if kind != "none" else None
         if scales is not None and not self._keep_quantised:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -51,12 +52,12 @@ class Operation(abc.ABC):
 
     # ---- what the streams ask
 
-    @property
+    @cached_property
     def placement(self) -> Literal["staged", "push", "pull"]:
         """How rows travel: into slots, written to their place, or read by the destination."""
         return self.plan.transfer if self.plan.direct else "staged"
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         """Bytes of one record in the window."""
         return self.plan.codec.wire_bytes(self.record.nbytes)

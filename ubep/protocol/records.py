@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,15 +33,15 @@ class RecordFormat:
     scales: int
     meta_words: int
 
-    @property
+    @cached_property
     def scale_offset(self) -> int:
         return align(self.row_bytes, META_ALIGN)
 
-    @property
+    @cached_property
     def meta_offset(self) -> int:
         return self.scale_offset + 4 * self.scales
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return align(self.meta_offset + 4 * self.meta_words, RECORD_ALIGN)
 
