@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +135,20 @@ def test_launch_is_bounded_in_time() -> None:
 def test_launch_returns_what_ranks_return() -> None:
     results = ubep.launch(lambda comm, base: torch.full((2,), base + comm.rank), 2, (10,))
     assert [r.tolist() for r in results] == [[10, 10], [11, 11]]
+
+
+def test_ranks_end_with_the_process_that_launched_them() -> None:
+    code = (
+        "import os, time, ubep\n"
+        "def wait(comm):\n"
+        "    print(os.getpid(), flush=True); time.sleep(60)\n"
+        "ubep.launch(wait, 2, config=ubep.Config(backend='reference'))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "ranks are still there"
+        time.sleep(0.01)

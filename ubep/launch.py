@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -25,6 +28,7 @@ from ubep.communicator import Communicator
 from ubep.config import Config, resolve
 from ubep.errors import LaunchError, UbepError
 
+PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 5.0  # for the other ranks to fail by themselves, and say why, after the first has
 
 
@@ -115,6 +119,8 @@ def _rank_main(
     world_size: int,
     store: Path,
 ) -> None:
+    if sys.platform == "linux":  # a rank must not outlive whoever launched it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=world_size)
