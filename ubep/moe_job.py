@@ -85,7 +85,7 @@ class RankReport:
     experts_hit: int = 0
     chunks: int = 0
     flags: int = 0
-    sent_bytes: int = 0
+    moved_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     sent_to: list[int] = field(default_factory=list)
     expert_rows: dict[int, int] = field(default_factory=dict)
@@ -163,7 +163,7 @@ def _count(report: RankReport, spent: dict[str, float]) -> None:
     """Chunks, flags, bytes and times by phase out of the trace; waiting is what is left of the two."""
     names = Counter(event.action for event in report.events)
     report.chunks, report.flags = names["Pack"] + names["Fetch"], names["Signal"]
-    report.sent_bytes = sum(event.nbytes for event in report.events if event.peer != report.rank)
+    report.moved_bytes = sum(event.nbytes for event in report.events if event.peer != report.rank)
     for phase, actions in PHASES.items():
         spent[phase] = sum(e.end - e.begin for e in report.events if e.action in actions)
     busy = sum(spent[phase] for phase in PHASES)

@@ -94,11 +94,11 @@ def _show(console: Console, job: Job, reports: list[RankReport]) -> None:
         f"hidden {routing.hidden}, {job.dtype}; routing: {routing.model or 'unnamed'}",
         soft_wrap=True,
     )
-    moved = _table("What moved", "tokens in", "rows received", "experts hit", "chunks", "flags", "sent MB")
+    moved = _table("What moved", "tokens in", "rows received", "experts hit", "chunks", "flags", "moved MB")
     times = _table("Time in ms, by phase", *TIMES)
     for r in reports:
         hit = f"{r.experts_hit} of {len(r.expert_rows)}"
-        counts = (r.rank, r.tokens, r.rows, hit, r.chunks, r.flags, f"{r.sent_bytes / 1e6:.2f}")
+        counts = (r.rank, r.tokens, r.rows, hit, r.chunks, r.flags, f"{r.moved_bytes / 1e6:.2f}")
         moved.add_row(*map(str, counts))
         times.add_row(str(r.rank), *(f"{1e3 * r.seconds[name]:.1f}" for name in TIMES))
     console.print(moved, times)

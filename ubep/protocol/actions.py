@@ -104,6 +104,7 @@ class Fetch:
 
     peer: int
     count: int
+    nbytes: int
 
 
 @dataclass(slots=True)

@@ -70,7 +70,8 @@ def _worker(op: Operation, worker: int, heard: Event, done: list[Event]) -> Stre
         yield from _send(op, sender)
     for source in op.view.receive_order[worker :: plan.workers]:
         if op.placement == "pull":
-            yield Fetch(source, op.incoming(source)[-1])
+            count = op.incoming(source)[-1]
+            yield Fetch(source, count, count * op.record.nbytes)
         else:
             yield from _receive(op, source)
     yield Notify(done[worker])
