@@ -11,7 +11,7 @@ from torch import Tensor
 import ubep
 from ubep.handle import Received
 
-FORMS = ("virtual", "reference")
+FORMS = ("virtual", "reference", "shm")
 
 
 def run_ranks(

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 def wanted(*tensors: Tensor | None) -> bool:
     """Whether gradients are recorded for any of these."""
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 def dispatch(
@@ -56,9 +60,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, topk_weights: Tensor | None, layer: Any, call: Any, box: Any) -> Any:
         topk_idx, handle, num_valid, lane = call
-        received = layer.block(
-            layer.dispatch_steps(x, topk_idx, topk_weights, handle, num_valid, False, lane)
-        )
+        received = layer.dispatch_now(x, topk_idx, topk_weights, handle, num_valid, False, lane)
         box.append(received)
         ctx.layer, ctx.handle = layer, received.handle
         return received.x, received.weights
@@ -66,31 +68,26 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> Any:
         layer, handle = ctx.layer, ctx.handle
-        op = layer.block(
-            layer.combine_steps(
-                grad_rows.contiguous(), handle, handle.lane, weighted=False, row_weights=grad_weights
-            )
+        out, back = layer.combine_now(
+            grad_rows.contiguous(), handle, handle.lane, weighted=False, row_weights=grad_weights
         )
         needs_x, needs_weights = ctx.needs_input_grad[:2]
-        return op.out if needs_x else None, op.weights if needs_weights else None, None, None, None
+        return out if needs_x else None, back if needs_weights else None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor | None, layer: Any, handle: Handle) -> Tensor:
-        op = layer.block(layer.combine_steps(y, handle, handle.lane))
         ctx.layer, ctx.handle = layer, handle
         ctx.save_for_backward(y)
-        out: Tensor = op.out
+        out: Tensor = layer.combine_now(y, handle, handle.lane)[0]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         layer, handle = ctx.layer, ctx.handle
         (y,) = ctx.saved_tensors
-        sent_back = layer.block(
-            layer.dispatch_steps(grad_out.contiguous(), None, None, handle, None, False, handle.lane)
-        )
+        sent_back = layer.dispatch_now(grad_out.contiguous(), handle=handle, lane=handle.lane)
         grad_rows = sent_back.x.float()
         if layer.plan.workload.combine == "sum":
             return grad_rows.to(y.dtype), None, None, None

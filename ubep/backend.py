@@ -15,7 +15,7 @@ import abc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ubep.errors import (
     BackendUnavailableError,
     CapacityError,
     ClosedError,
+    ConfigError,
     DeadlineError,
     DeadlockError,
     InvalidInputError,
@@ -35,9 +36,12 @@ from ubep.errors import (
 )
 from ubep.protocol.chunking import Link
 from ubep.protocol.flags import pack_word, unpack_word
-from ubep.protocol.plan import Plan
+from ubep.protocol.plan import Plan, RankPlan
 from ubep.topology import Topology
 from ubep.workload import Workload
+
+if TYPE_CHECKING:
+    from ubep.fused import Fused
 
 __all__ = [
     "INTERFACE_VERSION",
@@ -47,6 +51,7 @@ __all__ = [
     "Capabilities",
     "CapacityError",
     "ClosedError",
+    "ConfigError",
     "DeadlineError",
     "DeadlockError",
     "Fabric",
@@ -57,6 +62,7 @@ __all__ = [
     "Plan",
     "Probe",
     "ProcessGroupBootstrap",
+    "RankPlan",
     "Signalling",
     "SoloBootstrap",
     "Topology",
@@ -167,6 +173,10 @@ class Fabric(abc.ABC):
     def pick(self, workers: int) -> int:
         """Which of this rank's workers the driver tries first; a scheduler may choose at will."""
         return 0
+
+    def fuse(self, plan: Plan, windows: Sequence[Window]) -> Fused | None:
+        """A native executor of the plan on these windows, one a lane; None: use the driver. Collective."""
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -26,6 +26,8 @@ class Capabilities:
     stream / graph_capture: works in stream order / inside a captured graph.
     deterministic: results are bit-identical to the reduction order stated in the protocol.
     fused_kernels: brings native dispatch and combine beside the fabric's primitives.
+    staged_up_to: bytes of rows that a rank sends in one operation, up to which slots with deduplication
+        are faster than final places, where a token's experts lie on few ranks.
     links: what is known of each tier's link, by tier name; used to choose chunk sizes.
     """
 
@@ -48,6 +50,7 @@ class Capabilities:
     fused_kernels: bool = False
     atomic_block: int = 8
     flag_stride: int = 64
+    staged_up_to: int = 0
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def signalling(self) -> tuple[Signalling, ...]:

@@ -64,6 +64,7 @@ class Config(_Strict):
     checked: bool = Field(
         True, description="no row moves before every rank has accepted its input; NaN weights are refused"
     )
+    fused: bool = Field(True, description="use a backend's fused kernels where it has them, else the driver")
     timeout_s: float = Field(30.0, gt=0, description="deadline of an operation, in seconds")
     first_timeout_s: float = Field(120.0, gt=0, description="deadline of a layer's first operation")
     topology: TopologyConfig | None = Field(None, description="where ranks are; else environment, host names")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ubep import autograd
+from ubep import autograd, fused
 from ubep.backend import Fabric, Window
 from ubep.config import Config
 from ubep.driver import Blocked, Driver, run
@@ -53,6 +53,9 @@ class ExpertParallel:
         self._next_timeout_s = config.first_timeout_s
         self._lanes = [_Lane(self._window()) for _ in range(plan.lanes)]
         self._unusable: str | None = None
+        self._fused: fused.Fused | None = None
+        if config.fused and plan.signalling == "word":
+            self._fused = fabric.fuse(plan, [lane.window for lane in self._lanes])
 
     def _window(self) -> Window:
         window = self._fabric.allocate(self.plan.layout.nbytes)
@@ -68,6 +71,19 @@ class ExpertParallel:
     @property
     def num_local_experts(self) -> int:
         return len(self.local_experts)
+
+    def input_buffer(self, tokens: int, lane: int = 0) -> Tensor:
+        """[tokens, hidden] to be filled and dispatched; spares a copy where peers can read it in place.
+
+        There is one such buffer for each lane. It must not be written while an operation that follows
+        its dispatch on that lane, the combine as a rule, has not returned.
+        """
+        w = self.plan.workload
+        if not 0 <= tokens <= w.max_tokens:
+            raise InvalidInputError(f"a buffer for {tokens} tokens, max_tokens is {w.max_tokens}")
+        self._lane(lane)
+        buffer = self._fused.input(lane, tokens) if self._fused is not None else None
+        return torch.empty(tokens, w.hidden, dtype=w.torch_dtype) if buffer is None else buffer
 
     # ---- operations
 
@@ -95,9 +111,7 @@ class ExpertParallel:
         """
         if autograd.wanted(x, topk_weights):
             return autograd.dispatch(self, x, topk_idx, topk_weights, handle, num_valid, lane)
-        return self.block(
-            self.dispatch_steps(x, topk_idx, topk_weights, handle, num_valid, keep_quantised, lane)
-        )
+        return self.dispatch_now(x, topk_idx, topk_weights, handle, num_valid, keep_quantised, lane)
 
     def combine(
         self, y: Tensor, handle: Handle, *, row_weights: Tensor | None = None, lane: int | None = None
@@ -113,8 +127,46 @@ class ExpertParallel:
         lane = handle.lane if lane is None else lane
         if row_weights is None and autograd.wanted(y, handle.weights):
             return autograd.combine(self, y, handle)
-        op = self.block(self.combine_steps(y, handle, lane, row_weights=row_weights))
-        return op.out if row_weights is None else (op.out, op.weights)
+        out, back = self.combine_now(y, handle, lane, row_weights=row_weights)
+        return out if row_weights is None else (out, back)
+
+    def dispatch_now(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        handle: Handle | None = None,
+        num_valid: int | None = None,
+        keep_quantised: bool = False,
+        lane: int = 0,
+    ) -> Received:
+        """dispatch without gradients: by fused kernels where the backend has them, else by the driver."""
+        if self._fused is not None and self.tracer is None:
+            received = fused.dispatch(
+                self, x, topk_idx, topk_weights, handle, num_valid, keep_quantised, lane
+            )
+            if received is not None:
+                return received
+        return self.block(
+            self.dispatch_steps(x, topk_idx, topk_weights, handle, num_valid, keep_quantised, lane)
+        )
+
+    def combine_now(
+        self,
+        y: Tensor,
+        handle: Handle,
+        lane: int,
+        *,
+        weighted: bool = True,
+        row_weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """combine without gradients, as dispatch_now; returns also what came back of row_weights."""
+        if self._fused is not None and self.tracer is None:
+            result = fused.combine(self, y, handle, lane, weighted, row_weights)
+            if result is not None:
+                return result
+        op = self.block(self.combine_steps(y, handle, lane, weighted=weighted, row_weights=row_weights))
+        return op.out, op.weights
 
     def dispatch_steps(
         self,
@@ -177,7 +229,7 @@ class ExpertParallel:
         try:
             yield from Driver(self._fabric, state.window, op, self.tracer).steps()
         except BaseException as error:
-            self._unusable = f"it was given up after {type(error).__name__} in {op.name} (epoch {op.epoch})"
+            self._give_up(op.name, op.epoch, error)
             raise
         if op.error is not None:
             raise op.error
@@ -296,8 +348,15 @@ class ExpertParallel:
 
     def block(self, steps: Generator[Blocked | None, None, T]) -> T:
         """Run one of the step generators to its end and return its result."""
+        return run(steps, self._take_timeout())
+
+    def _take_timeout(self) -> float:
+        """The deadline of the next operation, which is longer for a layer's first."""
         timeout_s, self._next_timeout_s = self._next_timeout_s, self._timeout_s
-        return run(steps, timeout_s)
+        return timeout_s
+
+    def _give_up(self, operation: str, epoch: int, error: BaseException) -> None:
+        self._unusable = f"it was given up after {type(error).__name__} in {operation} (epoch {epoch})"
 
     def close(self) -> None:
         """Refuse any further use. Windows are released with the communicator."""

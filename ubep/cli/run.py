@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -118,7 +119,7 @@ def _picture(console: Console, path: Path, job: Job, reports: list[RankReport]) 
         plots.traffic_picture(path, [report.sent_to for report in reports], load, title)
         console.print(f"Picture of who sent what to whom: {path}", soft_wrap=True)
     except UbepError as error:
-        console.print(f"No picture: {error}")
+        console.print(f"No picture: {escape(str(error))}")
 
 
 def _as_json(job: Job, reports: list[RankReport], error: float, passed: bool) -> dict[str, Any]:

@@ -93,6 +93,12 @@ class Combine(Operation):
                     f"rank {source} returns {head.records} records, rank {self.rank} sent it {expected}"
                 )
                 return
+            if head.base != 0:
+                self.error = PlanMismatchError(
+                    f"rank {source} combines by fused kernels, rank {self.rank} by the driver: set a tracer, "
+                    "and use tensors that the backend cannot read, on all ranks or on none"
+                )
+                return
         w = self.plan.workload
         self._inputs = self.y.new_zeros(self.sent.num_tokens * w.topk, w.hidden, dtype=w.torch_dtype)
         self.weights = torch.zeros(self.sent.num_tokens, w.topk)

@@ -18,6 +18,9 @@ from ubep.workload import ExpertMap, Workload
 # Sending a token once to a rank pays where it spares this share of the rows. Measured on host memory:
 # 4 ranks (45 % of the rows left of top-8) gain, 8 ranks (66 %) gain and lose by size.
 DEDUPLICATE_BELOW = 0.6
+# And small rows are better off in slots, once each, than at their places, where it spares this share:
+# 2 ranks (25 % left of top-8) gain, 4 ranks lose.
+STAGE_BELOW = 0.3
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def make_plan(
             "max_workers", f"workers {options.workers} is above the limit {capabilities.max_workers}"
         )
     decisions: dict[str, str] = {}
-    placement = _placement(options, capabilities, decisions)
+    placement = _placement(options, workload, world_size, capabilities, decisions)
     deduplicate = _deduplicate(options, workload, topology, placement, decisions)
     signalling = _signalling(options, capabilities, decisions)
     if placement == "direct" and signalling != "word":
@@ -88,10 +91,20 @@ def make_plan(
     )
 
 
-def _placement(options: PlanOptions, capabilities: Capabilities, decisions: dict[str, str]) -> Placement:
+def _placement(
+    options: PlanOptions,
+    workload: Workload,
+    world_size: int,
+    capabilities: Capabilities,
+    decisions: dict[str, str],
+) -> Placement:
     if options.placement == "auto":
-        choice = capabilities.placements[0]
-        decisions["placement"] = f"{choice}: what the backend prefers"
+        obstacle = _against_direct(options, workload, capabilities, world_size)
+        choice = next(
+            (p for p in capabilities.placements if p != "direct" or not obstacle), capabilities.placements[0]
+        )
+        reason = "what the backend prefers" if choice == capabilities.placements[0] else obstacle
+        decisions["placement"] = f"{choice}: {reason}"
         return choice
     if options.placement not in capabilities.placements:
         raise UnsupportedError(
@@ -100,6 +113,26 @@ def _placement(options: PlanOptions, capabilities: Capabilities, decisions: dict
         )
     decisions["placement"] = f"{options.placement}: asked for"
     return options.placement
+
+
+def _against_direct(
+    options: PlanOptions, workload: Workload, capabilities: Capabilities, world_size: int
+) -> str:
+    """Why direct placement cannot carry what was asked for, or is not the faster one, or ""."""
+    if workload.overflow == "drop" and workload.expert_capacity is not None:
+        return "direct placement cannot drop rows"
+    if options.deduplicate is True and workload.receive_layout == "token-expert":
+        return "deduplicate was asked for, direct placement moves each row to its own place"
+    if options.signalling not in ("auto", "word") or "word" not in capabilities.signalling():
+        return "direct placement needs word signalling"
+    nbytes = workload.max_tokens * workload.topk * workload.hidden * workload.torch_dtype.itemsize
+    share = expected_distinct_ranks(world_size, workload.topk) / workload.topk
+    if options.deduplicate is not False and share <= STAGE_BELOW and nbytes <= capabilities.staged_up_to:
+        return (
+            f"{nbytes} bytes a rank, up to {capabilities.staged_up_to} slots with deduplication are faster "
+            f"where a token's experts lie on {share:.0%} as many ranks, limit {STAGE_BELOW:.0%}"
+        )
+    return ""
 
 
 def _deduplicate(

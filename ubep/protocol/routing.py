@@ -98,7 +98,7 @@ def _one_per_rank(view: RankPlan, topk_idx: Tensor, topk_weights: Tensor) -> Sen
         position = _place_in_run(destination)[:, None].expand(-1, topk)
         if plan.workload.combine == "weighted":
             slot_weight = torch.zeros(num_tokens * topk)
-            slot_weight[slot] = weight.sum(1)
+            slot_weight[slot] = sum(weight.unbind(1))  # in ascending k
             slot_weight = slot_weight.view(num_tokens, topk)
         counts = per_destination
     else:

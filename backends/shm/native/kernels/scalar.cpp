@@ -1,0 +1,3 @@
+#define UBEP_KERNELS kScalar
+#define UBEP_ISA "scalar"
+#include "impl.h"
