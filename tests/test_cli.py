@@ -106,7 +106,9 @@ def test_config_shows_value_and_origin(tmp_path: Path) -> None:
 
 
 def test_plan_shows_reasons_and_draws_the_order(tmp_path: Path) -> None:
-    done = ubep("plan", "--shape", "node=3,pod=2", "--picture", "o.png", cwd=tmp_path)
+    done = ubep(
+        "plan", "--shape", "node=3,pod=2", "--backend", "reference", "--picture", "o.png", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "links between groups are slower than copies" in done.stdout
     assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"

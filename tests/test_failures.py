@@ -141,7 +141,7 @@ def test_ranks_end_with_the_process_that_launched_them() -> None:
     code = (
         "import os, time, ubep\n"
         "def wait(comm):\n"
-        "    print(os.getpid(), flush=True); time.sleep(60)\n"
+        "    os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)\n"
         "ubep.launch(wait, 2, config=ubep.Config(backend='reference'))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -82,6 +83,12 @@ def test_installed_backends_are_found_best_first() -> None:
     names = [entry.name for entry in discover()]
     assert {"reference", "virtual"} <= set(names)
     assert names.index("reference") < names.index("virtual")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs the C++ compiler that builds it")
+def test_shared_memory_is_built_where_there_is_a_compiler_and_comes_first() -> None:
+    best = discover()[0]
+    assert (best.name, best.probe.available) == ("shm", True), best.probe.reason
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,8 @@ class VirtualFabric(Fabric):
         self._switch()
 
     def get(self, window: Window, peer: int, offset: int, nbytes: int) -> Tensor:
-        return self.world.windows[peer][window.key][offset : offset + nbytes].clone()
+        data: Tensor = self.world.windows[peer][window.key][offset : offset + nbytes]
+        return data.clone()
 
     def progress(self, timeout_s: float) -> None:
         self._switch(blocked=True)
