@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from ubep import __version__
+from ubep.bench import cli as bench
 from ubep.cli import inspect, run
 from ubep.errors import UbepError
 
@@ -31,6 +32,7 @@ app = _App(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
+app.command("bench")(bench.bench)
 app.command("backends")(inspect.backends)
 app.command("plan")(inspect.plan)
 app.command("config")(inspect.config)
