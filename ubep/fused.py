@@ -252,17 +252,10 @@ def combine(
                 return None
             assert plain[0] is not None
             return combine(layer, plain[0], handle, lane, weighted, plain[1])
-    op = _failed_combine(layer, y, handle, lane, epoch, error)
+    sent, received, tag = handle.sent, handle.received, handle.epoch
+    op = Combine(layer._view, epoch, lane, y, sent, received, handle_epoch=tag, error=error)
     _conclude(layer, state, op, result, timeout_s)  # type: ignore[arg-type]
     return None
-
-
-def _failed_combine(
-    layer: ExpertParallel, y: Tensor, handle: Handle, lane: int, epoch: int, error: UbepError | None
-) -> Combine:
-    return Combine(
-        layer._view, epoch, lane, y, handle.sent, handle.received, handle_epoch=handle.epoch, error=error
-    )
 
 
 def _conclude(

@@ -85,7 +85,7 @@ void run_rank(const Shape& shape, Ranks& ranks, int rank, int rounds) {
         if (!acceptable(layer->plan, choice)) return fail("good input was refused");
         layer->router.route(choice, *routing.sent);
         const char* x = reinterpret_cast<const char*>(input.x.data());
-        if (layer->lanes[0].input && round % 2) {
+        if (layer->lanes[0].input && input.tokens > 0 && round % 2) {
             x = static_cast<const char*>(std::memcpy(layer->lanes[0].input, x, input.x.size() * sizeof(float)));
         }
         const DispatchCall call{x, input.tokens, 0, false};

@@ -8,6 +8,7 @@
 namespace ubep {
 
 constexpr int kHeaderWords = 4;  // status, records, base, tag
+constexpr int kHeaderFlag = 0;   // index of an announcement's flag; those of the sending workers follow
 enum HeaderStatus : int32_t { kOk = 0, kRefused = 1 };
 
 struct Record {
