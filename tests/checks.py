@@ -36,7 +36,7 @@ TRANSPORT: MemoryModel | None = None  # what the transport really does, where th
 SEEDS = 40
 
 
-def survey(case: Case) -> None:
+def survey(case: Case, seeds: int = SEEDS) -> None:
     """The core property on one case under many schedules."""
     declared = case.model
     capabilities = Capabilities(
@@ -47,7 +47,7 @@ def survey(case: Case) -> None:
         release=declared.release,
         atomic_block=declared.atomic_block,
     )
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         check(replace(case, model=TRANSPORT or declared, capabilities=capabilities, seed=seed))
 
 

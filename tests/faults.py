@@ -43,8 +43,8 @@ class Fault:
     found_by: str
 
 
-def _survey(**changes: Any) -> Callable[[], None]:
-    return lambda: checks.survey(replace(checks.BUSY, **changes))
+def _survey(seeds: int = checks.SEEDS, **changes: Any) -> Callable[[], None]:
+    return lambda: checks.survey(replace(checks.BUSY, **changes), seeds)
 
 
 # ---- order and visibility
@@ -88,6 +88,17 @@ def flag_before_data(patch: Patch) -> None:
         return lambda *args: swapped(stream(*args))
 
     patch.setattr(streams, "_send", lazily(streams._send))
+
+
+def announced_before_published(patch: Patch) -> None:
+    """A worker announces before another one has laid out the rows that peers will read."""
+    original = streams._worker
+
+    def hasty(op: Any, worker: int, published: act.Event, *rest: Any) -> act.Stream:
+        published.is_set = True
+        return original(op, worker, published, *rest)
+
+    patch.setattr(streams, "_worker", hasty)
 
 
 def torn_block_accepted(patch: Patch) -> None:
@@ -314,6 +325,15 @@ SURVEYS: dict[str, Callable[[], None]] = {
         options=replace(BUSY.options, signalling="fused"), model=MemoryModel(atomic_block=32), hidden=24
     ),
     "sentinel": _survey(options=replace(BUSY.options, signalling="sentinel")),
+    # Many experts and few tokens: two of four workers announce, so one may do so before rows are published.
+    "direct, several announcing workers": _survey(
+        seeds=200,
+        num_experts=9,
+        topk=1,
+        max_tokens=1,
+        tokens=(1,),
+        options=replace(BUSY.options, placement="direct", workers=4),
+    ),
     # Rounds 0 and 1 write every word, in epochs 1 to 4. One wrap later round 2 is empty, and round 3
     # comes in epoch 3 again: words of round 1 must not count.
     "wrap": _survey(jump=(2, flags.EPOCHS - 1), rounds=4, tokens=(6,) * 6 + (0,) * 3 + (6,) * 3),
@@ -325,6 +345,12 @@ FAULTS = [
     Fault("signals reordered on one word", reordered_signals, SURVEYS["word"], CORE),
     Fault("fused mode without an atomic block", torn_blocks, SURVEYS["fused"], CORE),
     Fault("torn fused block accepted", torn_block_accepted, SURVEYS["fused"], CORE),
+    Fault(
+        "announced before published",
+        announced_before_published,
+        SURVEYS["direct, several announcing workers"],
+        CORE,
+    ),
     Fault("flag before data", flag_before_data, SURVEYS["word"], CORE),
     Fault("epoch not checked", epoch_ignored, SURVEYS["word"], CORE),
     Fault("one parity instead of two", one_parity, SURVEYS["word"], CORE),

@@ -110,8 +110,9 @@ def test_minus_one_contributes_nothing_and_is_not_counted(form: str) -> None:
 
 def padded(comm: ubep.Communicator) -> tuple[int, list[float]]:
     layer = comm.expert_parallel(**SIZES)
-    idx = torch.tensor([[0, 1], [2, 3], [4, 5]])  # rows 1 and 2 are padding with ids that look valid
-    received = layer.dispatch(torch.ones(3, 16), idx, num_valid=1)
+    idx = torch.tensor([[0, 1], [2, 3], [99, -7]])  # row 1 is padding that looks valid, row 2 garbage
+    weights = torch.tensor([[1.0, 1.0], [1.0, 1.0], [float("nan"), 1.0]])
+    received = layer.dispatch(torch.ones(3, 16), idx, weights, num_valid=1)
     return len(received.x), layer.combine(received.x, received.handle)[:, 0].tolist()
 
 

@@ -267,7 +267,7 @@ class ExpertParallel:
                     f"x has {len(x)} tokens, the handle was made for {handle.sent.num_tokens}"
                 )
             return self._stale(handle, handle.lane)
-        problem = self._wrong_routing(len(x), topk_idx, topk_weights)
+        problem = self._wrong_routing(len(x), topk_idx, topk_weights, num_valid)
         return None if problem is None else InvalidInputError(problem)
 
     def _wrong_rows(self, name: str, rows: Tensor) -> str | None:
@@ -280,7 +280,9 @@ class ExpertParallel:
             return f"{name} has dtype {rows.dtype}, this layer was made for {w.torch_dtype}"
         return None
 
-    def _wrong_routing(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> str | None:
+    def _wrong_routing(
+        self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None, num_valid: int | None
+    ) -> str | None:
         w = self.plan.workload
         shape = (tokens, w.topk)
         if topk_idx is None or tuple(topk_idx.shape) != shape:
@@ -288,8 +290,9 @@ class ExpertParallel:
             return f"topk_idx is {got}, must be [tokens, topk] = {list(shape)}"
         if topk_idx.dtype not in (torch.int64, torch.int32):
             return f"topk_idx has dtype {topk_idx.dtype}, must be torch.int64 or torch.int32"
-        if topk_idx.numel():
-            low, high = (int(bound) for bound in topk_idx.aminmax())
+        used = topk_idx[:num_valid]
+        if used.numel():
+            low, high = (int(bound) for bound in used.aminmax())
             if low < -1 or high >= w.num_experts:
                 wrong = low if low < -1 else high
                 return f"topk_idx holds expert {wrong}, allowed are -1 (none) to {w.num_experts - 1}"
@@ -300,8 +303,9 @@ class ExpertParallel:
                 f"topk_weights is {topk_weights.dtype} {list(topk_weights.shape)}, "
                 f"must be torch.float32 {list(shape)}"
             )
-        if self.plan.checked and not topk_weights.isfinite().all():
-            token, k = (~topk_weights.isfinite()).nonzero()[0].tolist()
+        wrong_weights = ~topk_weights[:num_valid].isfinite()
+        if self.plan.checked and wrong_weights.any():
+            token, k = wrong_weights.nonzero()[0].tolist()
             return f"topk_weights[{token}, {k}] is {topk_weights[token, k].item()}, must be finite"
         return None
 

@@ -33,6 +33,7 @@ class VirtualFabric(Fabric):
         self.rank = rank
         self.world_size = world.world_size
         self._baton = baton
+        self._steadiness = world.rng.random()
 
     def allocate(self, nbytes: int) -> Window:
         number = self.world.allocate(self.rank, nbytes)
@@ -62,7 +63,9 @@ class VirtualFabric(Fabric):
         return None
 
     def pick(self, workers: int) -> int:
-        return self.world.rng.randrange(workers)
+        # The worker that ran last goes on, for a while, so that others fall far behind.
+        rng = self.world.rng
+        return workers - 1 if rng.random() < self._steadiness else rng.randrange(workers)
 
     def close(self) -> None:
         """Nothing is held beyond the world itself."""

@@ -38,21 +38,25 @@ HEADER_FLAG = 0
 
 def worker_streams(op: Operation) -> list[Stream]:
     """The action streams of one rank's workers for one operation."""
-    heard = Event("heard")
+    published, heard = Event("published"), Event("heard")
     workers = op.plan.workers
     done = [Event(f"placed by worker {worker}") for worker in range(workers)]
-    return [_worker(op, worker, heard, done) for worker in range(workers)]
+    return [_worker(op, worker, published, heard, done) for worker in range(workers)]
 
 
-def _worker(op: Operation, worker: int, heard: Event, done: list[Event]) -> Stream:
+def _worker(op: Operation, worker: int, published: Event, heard: Event, done: list[Event]) -> Stream:
     plan = op.plan
     counting, _ = plan.roles
     counts = worker < counting
     sender = worker if plan.workers == 1 else worker - counting
     staged = op.placement == "staged"
     push = op.placement == "push"
-    if op.placement == "pull" and worker == 0:
-        yield Publish()
+    if op.placement == "pull":  # peers may read as soon as they have heard from any worker
+        if worker == 0:
+            yield Publish()
+            yield Notify(published)
+        else:
+            yield Await(published)
     if counts:
         yield from _announce(op, op.view.send_order[worker::counting])
     # Rows may leave before anything is heard only where they need no offsets and nobody may refuse.
