@@ -26,23 +26,33 @@ class Sorted(NamedTuple):
 
 
 class TorchKernels:
-    """The fastest ways that torch has for one thread."""
+    """The fastest ways that torch has for one thread; what does not depend on the routing is kept."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.arange(0)
+        self._experts: dict[torch.Size, Tensor] = {}
+
+    def _count_to(self, end: int) -> Tensor:
+        if len(self._numbers) < end:
+            self._numbers = torch.arange(end)
+        return self._numbers[:end]
 
     def sort_rows(self, idx: Tensor, experts: int) -> Sorted:
         """The rows of idx [T, K] by expert, stable."""
         flat = idx.view(-1)
         order = flat.argsort(stable=True)
         place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
+        place[order] = self._count_to(len(order))
         counts = torch.bincount(flat, minlength=experts)
         return Sorted(counts, order.div(idx.shape[1], rounding_mode="floor"), place.view(idx.shape))
 
     def regroup(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """counts [R, L] of rows by (source, expert) -> where each row by (expert, source) is; and back."""
-        expert = torch.arange(counts.shape[1]).repeat(counts.shape[0]).repeat_interleave(counts.view(-1))
-        there = expert.argsort(stable=True)
+        if counts.shape not in self._experts:
+            self._experts[counts.shape] = torch.arange(counts.shape[1]).repeat(counts.shape[0])
+        there = self._experts[counts.shape].repeat_interleave(counts.view(-1)).argsort(stable=True)
         back = torch.empty_like(there)
-        back[there] = torch.arange(len(there))
+        back[there] = self._count_to(len(there))
         return there, back
 
     def gather_rows(self, out: Tensor, rows: Tensor, index: Tensor) -> None:
@@ -58,6 +68,7 @@ class Kernels(TorchKernels):
     """A backend's kernels, completed by torch's. label: what torch does, empty if nothing."""
 
     def __init__(self, backend: Backend | None) -> None:
+        super().__init__()
         offered: Any = getattr(backend, "kernels", None)
         native = offered() if callable(offered) else None
         missing = [name for name in METHODS if not hasattr(native, name)]
