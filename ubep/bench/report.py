@@ -103,7 +103,7 @@ def table(summaries: Sequence[Summary], base: str, title: str) -> Table:
     """One line for each contestant of each case."""
     made = Table(
         title=title,
-        caption=f"job time; ratio: over that of {base}, median and quartiles of paired blocks. ~: noisy",
+        caption=f"ratio: job time over that of {base}, quartiles of paired blocks; ~ noisy",
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
